@@ -1,0 +1,1 @@
+"""Doors in: nn.Module factories, torch.export programs and ONNX files become a Program."""

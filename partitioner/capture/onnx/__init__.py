@@ -1,0 +1,1 @@
+"""ONNX files into torch.fx graphs, by a table of operators split by family."""

@@ -1,0 +1,1 @@
+"""Doors out: a plan becomes FSDP2 code that a person can read."""

@@ -1,0 +1,1 @@
+"""What machines can do: a catalogue of GPUs and links, every number with its source."""

@@ -1,0 +1,1 @@
+"""The exact planner: problem tables, formulation, solver, baselines, simulator, independent check."""

@@ -1,0 +1,1 @@
+"""Plans of the usual kinds, in the same tables as ours."""

@@ -1,0 +1,1 @@
+"""Graph passes, one a file, named as in the pipeline."""
