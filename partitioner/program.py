@@ -101,6 +101,8 @@ class NodeInfo:
     backward_kernels: int = 0
     forward_temp_bytes: int = 0  # largest live bytes inside the operator beyond its inputs and outputs
     backward_temp_bytes: int = 0  # same in its backward, beyond saved tensors and incoming and outgoing gradients
+    outputs: tuple[str, ...] = ()
+    """Activation storages that this node's output values live in (shared with an input for views), one name each."""
     saves: tuple[str, ...] = ()
     """Storages that autograd keeps for this node's backward: names of keys in ``Program.storages``."""
     forward_s: float = 0.0

@@ -89,6 +89,7 @@ class Candidate:
     grad_bytes: int  # unsharded gradients in compute dtype (trainable only)
     reduce_bytes: int  # reduction buffer in reduce dtype (trainable only)
     grad_shard_bytes: int  # reduced gradient shard, in the parameters' own dtype
+    grad_full_bytes: int  # reduced gradient when replicated, in the parameters' own dtype
     optimizer_shard_bytes: int
     optimizer_full_bytes: int
     all_gather_ns: int
