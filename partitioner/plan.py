@@ -165,7 +165,8 @@ def plan_from_dict(data: dict[str, Any]) -> Plan:
     """The inverse of ``Plan.to_dict``. Raises PlanError on another schema or a missing or unknown key."""
     if data.get("schema") != SCHEMA:
         raise PlanError(
-            f"plan has schema {data.get('schema')!r}; this version reads {SCHEMA!r}", hint="make the plan again with this version"
+            f"plan has schema {data.get('schema')!r}; this version reads {SCHEMA!r}",
+            hint="make the plan again with this version",
         )
     rows: dict[str, type] = {
         "units": PlanUnit, "activations": PlanActivation, "baselines": PlanBaseline, "memory": MemoryPoint,

@@ -122,6 +122,21 @@ class StorageInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UnitGroup:
+    """Modules that could be one gather unit (find-units proposes only what FSDP2 accepts)."""
+
+    name: str
+    modules: tuple[str, ...]
+    """FQNs in execution order; ``("",)`` is the root with the parameters that no other unit may have."""
+    parameters: tuple[str, ...]
+    calls: tuple[tuple[int, int], ...]
+    """Window ranges (first, last), inclusive, one per forward call."""
+    level: Literal["atom", "block", "merge", "pinned", "bare"]
+    """``atom``: finest; ``block``: one repeated module; ``merge``: several blocks in a row; ``pinned``: must be a unit of
+    its own; ``bare``: a window with no parameters of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How the model is trained; everything that changes bytes or seconds but is not the model or the cluster."""
 
@@ -155,6 +170,10 @@ class Program:
     recipe: Recipe
     source: Source
     storages: dict[str, StorageInfo] = field(default_factory=dict)
+    windows: tuple[str, ...] = ()
+    """Names of the planning windows, in execution order (find-units)."""
+    groups: tuple[UnitGroup, ...] = ()
+    """Every unit that could be chosen (find-units)."""
     defaults: dict[str, str] = field(default_factory=dict)
     """What capture assumed because nobody said it: flag or idea -> what was used, in words."""
     warnings: list[str] = field(default_factory=list)

@@ -46,7 +46,9 @@ def parse_bytes_per_s(text: str, *, name: str = "bandwidth") -> float:
     else:
         value = 0.0
     if value <= 0:
-        raise UsageError(f"{name}: {text!r} is not a bandwidth", hint="write bytes or bits a second, such as 50GB/s or 400Gbit/s")
+        raise UsageError(
+            f"{name}: {text!r} is not a bandwidth", hint="write bytes or bits a second, such as 50GB/s or 400Gbit/s"
+        )
     return value
 
 

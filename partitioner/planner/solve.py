@@ -13,7 +13,7 @@ from ortools.math_opt.python import mathopt
 from partitioner.planner.chosen import split_choices
 from partitioner.planner.model import MS, Model, build
 from partitioner.planner.problem import Decisions, Mode, PlanningProblem, UnitChoice
-from partitioner.planner.rows import Variable
+from partitioner.planner.rows import Expr, Variable
 
 SOLVER = mathopt.SolverType.HIGHS
 SOLVER_NAME = "HiGHS (OR-Tools MathOpt)"
@@ -130,3 +130,22 @@ def solve_mip(problem: PlanningProblem, *, gap: float, hint: Decisions | None = 
         build_s=built - began,
         solve_s=solved - built,
     )
+
+
+def solve_leanest(problem: PlanningProblem) -> Decisions:
+    """The plan with the smallest peak, whatever it takes: the limit becomes a variable and the objective.
+
+    Raises:
+        RuntimeError: the solver found no plan at all, which pins alone can cause.
+    """
+    model = build(problem)
+    excess = model.rows.continuous("excess")
+    for row in model.rows.model.linear_constraints():
+        if row.name.startswith("memory["):
+            row.set_coefficient(excess, -1.0)
+    model.rows.minimize(Expr().add(excess))
+    parameters = mathopt.SolveParameters(relative_gap_tolerance=1e-6, node_limit=NODE_LIMIT, random_seed=SEED)
+    result = mathopt.solve(model.rows.model, SOLVER, params=parameters)
+    if not result.has_primal_feasible_solution():
+        raise RuntimeError(f"no plan at all: {result.termination}")
+    return tidy(problem, read_decisions(model, result.variable_values()))
