@@ -6,9 +6,8 @@ import itertools
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from partitioner.pass_manager import Pass
-
 from partitioner.errors import PassError
+from partitioner.pass_manager import Pass
 from partitioner.program import Program, UnitGroup, node_info, update_info
 from passes.module_runs import ROOT, Runs, find_runs, inside, owners
 

@@ -250,6 +250,7 @@ def _records(step: StepTable, life: Lifetimes, kept: list[tuple[_Range, set[int]
         if storage.producer < 0 or not storage.nbytes:
             continue
         produced = step.ops[storage.producer].window
+        key: tuple[int, int, tuple[int, ...], tuple[int, ...]]
         if life.first_saver[s] >= 0:
             key = (produced, step.ops[life.first_saver[s]].window, tuple(sorted(droppers.get(s, ()))), ())
         elif s in holders:
