@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from partitioner.errors import PassError
-from partitioner.printer import print_program
+from partitioner.printer import print_program, target_name
 from partitioner.program import Program
 from partitioner.verify import verify
 
@@ -45,7 +45,7 @@ Observer = Callable[[str, Program], None]
 
 
 def _op_counts(program: Program) -> Counter[str]:
-    return Counter(str(n.target) for n in program.graph.graph.nodes if n.op == "call_function")
+    return Counter(target_name(n) for n in program.graph.graph.nodes if n.op == "call_function")
 
 
 def run_passes(

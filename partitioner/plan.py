@@ -1,8 +1,7 @@
 """Plan: the one artefact between deciding and rewriting, as versioned JSON.
 
-``Plan.to_json`` is the summary that ``--json`` prints and the file that ``plan.json`` holds: same text, same bytes, on
-every run and machine. Nothing in it depends on the clock, except that solver times are kept apart in ``Timing`` and
-are printed to people only.
+``Plan.to_json`` is the text that ``plan.json`` holds: the same bytes on every run and machine. The summary that
+``--json`` prints is the same object with the two solver times, the only figures in it that the clock has a part in.
 """
 
 from __future__ import annotations
@@ -145,9 +144,12 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def to_json(self) -> str:
-        """Stable text: keys in declaration order, two spaces, newline at the end."""
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+    def to_json(self, *, timings: bool = False) -> str:
+        """Stable text: keys in declaration order, two spaces, newline at the end; ``timings`` adds the solver's."""
+        data = self.to_dict()
+        if not timings:
+            del data["solver"]["build_s"], data["solver"]["solve_s"]
+        return json.dumps(data, indent=2, allow_nan=False) + "\n"
 
     def unit_of(self, parameter: str) -> PlanUnit:
         """The unit that gathers a parameter (canonical name). Raises KeyError."""

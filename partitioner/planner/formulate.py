@@ -18,7 +18,7 @@ def nanoseconds(seconds: float) -> int:
     return int(seconds * NS + 0.999)
 
 
-def _backward_reads(step: StepTable) -> set[int]:
+def backward_reads(step: StepTable) -> set[int]:
     """Windows in which some backward needs parameters of its own operators."""
     return {op.window for op in step.ops if op.needs_grad and op.reads}
 
@@ -88,7 +88,7 @@ def formulate(
 ) -> PlanningProblem:
     """The planning problem of a step on a cluster."""
     tables = activations or activation_tables(step)
-    backward = _backward_reads(step)
+    backward = backward_reads(step)
     return PlanningProblem(
         windows=tables.windows,
         segments=tables.segments,
