@@ -23,10 +23,6 @@ def verify(program: Program) -> None:
     Raises:
         PassError: with the node and its neighbours.
     """
-    try:
-        program.graph.graph.lint()
-    except (RuntimeError, AssertionError) as error:
-        raise PassError(f"the graph is broken: {error}") from error
     tables = {info.name for info in (*program.parameters, *program.buffers)}
     seen: set[str] = set()
     window = -1
@@ -50,3 +46,7 @@ def verify(program: Program) -> None:
             window = info.atom
     if outputs != 1:
         raise PassError(f"the graph has {outputs} outputs; it must have one")
+    try:
+        program.graph.graph.lint()
+    except (RuntimeError, AssertionError) as error:
+        raise PassError(f"the graph is broken: {error}") from error
