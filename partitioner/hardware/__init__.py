@@ -1,1 +1,1 @@
-"""What machines can do: a catalogue of GPUs and links, every number with its source."""
+"""What GPUs and links can do: data files with a source for every number, and their reader."""

@@ -32,7 +32,7 @@ PARTS = {
 def _table(*columns: str, title: str) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=i == 0)
+        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=i > 0, overflow="fold")
     return table
 
 
