@@ -6,6 +6,7 @@ same sums stand in the MIP as linear rows.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from partitioner.planner.chosen import Chosen, split_choices
@@ -24,18 +25,29 @@ class MemoryRow:
         return sum(self.parts.values())
 
 
-def saved_alive(
-    problem: PlanningProblem, record: Saved, recompute: frozenset[int], window: int, *, forward: bool
-) -> bool:
-    """Whether a saved record holds its bytes in a window (its own window's share is in the local bytes)."""
+def alive_windows(
+    problem: PlanningProblem, record: Saved, recompute: frozenset[int], *, forward: bool
+) -> tuple[int, int]:
+    """First and last window in which a saved record holds its bytes (its own window's share is in the local bytes)."""
+    end = problem.num_windows - 1
     if record.held_by and not recompute.intersection(record.held_by):
-        return False
+        return 0, -1
     dropper = next((s for s in record.droppable_by if s in recompute), None)
     if forward:
-        return window > record.produced and dropper is None
-    if dropper is not None and window > problem.segments[dropper].last:
-        return False
-    return window >= record.released if record.released > record.produced else window > record.produced
+        return (record.produced + 1, end) if dropper is None else (0, -1)
+    first = record.released if record.released > record.produced else record.produced + 1
+    return first, end if dropper is None else problem.segments[dropper].last
+
+
+def saved_bytes(problem: PlanningProblem, recompute: frozenset[int], *, forward: bool) -> list[int]:
+    """Bytes of saved records by window."""
+    change = [0] * (problem.num_windows + 1)
+    for record in problem.saved:
+        first, last = alive_windows(problem, record, recompute, forward=forward)
+        if first <= last:
+            change[first] += record.nbytes
+            change[last + 1] -= record.nbytes
+    return list(itertools.accumulate(change[:-1]))
 
 
 def local_bytes(problem: PlanningProblem, recompute: frozenset[int], window: int, *, forward: bool) -> int:
@@ -65,6 +77,14 @@ class _Curve:
         self.recompute = frozenset(decisions.recompute)
         self.bare = bare_windows(problem)
         self.cover = [k for k, e in enumerate(self.entries) for _ in range(e.unit.first, e.unit.last + 1)]
+        self.kept_before = [0, *itertools.accumulate(e.unit.gather_bytes * e.kept for e in self.entries)]
+        self._reduced_from = [0] * (problem.num_windows + 1)  # gradients of units that begin in a window or later
+        for c in self.chosen:
+            self._reduced_from[c.unit.first] += grad_resident_bytes(c)
+        for window in range(problem.num_windows - 1, -1, -1):
+            self._reduced_from[window] += self._reduced_from[window + 1]
+        self.saved_forward = saved_bytes(problem, self.recompute, forward=True)
+        self.saved_backward = saved_bytes(problem, self.recompute, forward=False)
         self.parameters = sum(
             c.unit.full_bytes if c.choice.mode is Mode.REPLICATE else c.unit.shard_bytes for c in self.chosen
         )
@@ -74,20 +94,13 @@ class _Curve:
             if not c.choice.offload_optimizer
         )
 
-    def saved(self, window: int, *, forward: bool) -> int:
-        return sum(
-            r.nbytes
-            for r in self.problem.saved
-            if saved_alive(self.problem, r, self.recompute, window, forward=forward)
-        )
-
     def row(self, at: str, **parts: int) -> MemoryRow:
         fixed = {"constant": self.problem.constant_bytes, "parameters": self.parameters, "optimizer": self.optimizer}
         return MemoryRow(at=at, parts={**fixed, **{k: v for k, v in parts.items() if v}})
 
     def grad_shards(self, window: int) -> int:
         """Reduced gradients of the units whose backward is over before a backward window; -1 for all."""
-        return sum(grad_resident_bytes(c) for c in self.chosen if c.unit.first > window)
+        return self._reduced_from[window + 1]
 
     def pinned_gathered(self, window: int, *, forward: bool) -> int:
         total = 0
@@ -118,7 +131,7 @@ def _forward_rows(curve: _Curve) -> list[MemoryRow]:
         k = curve.cover[window]
         own = entries[k]
         gathered = own.unit.gather_bytes * (2 if own.gathers else 1)
-        gathered += sum(e.unit.gather_bytes for e in entries[:k] if e.kept)
+        gathered += curve.kept_before[k]
         prefetched = 0
         for target in (k + 1, k + 2):  # explicit lists: entry t with distance 2 is issued at t - 2, and t - 1 with it
             if (
@@ -135,7 +148,7 @@ def _forward_rows(curve: _Curve) -> list[MemoryRow]:
                 f"forward of {entry.name}" + (f" ({entry.forward_peak_op})" if entry.forward_peak_op else ""),
                 gathered=gathered + curve.pinned_gathered(window, forward=True),
                 prefetched=prefetched,
-                activations=curve.saved(window, forward=True),
+                activations=curve.saved_forward[window],
                 working=local_bytes(curve.problem, curve.recompute, window, forward=True),
             )
         )
@@ -163,9 +176,9 @@ def _backward_rows(curve: _Curve) -> list[MemoryRow]:
         k = curve.cover[window]
         own = entries[k]
         entry = problem.windows[window]
-        kept = sum(e.unit.gather_bytes for e in entries[:k] if e.kept)
+        kept = curve.kept_before[k]
         prefetched = _prefetched_backward(entries, k)
-        activations = curve.saved(window, forward=False)
+        activations = curve.saved_backward[window]
         rows.append(
             curve.row(
                 f"backward of {entry.name}" + (f" ({entry.backward_peak_op})" if entry.backward_peak_op else ""),
