@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from partitioner.errors import PassError
+from partitioner.errors import PassError, UnsupportedError
 from partitioner.pass_manager import Pass
-from partitioner.program import Program, UnitGroup, node_info, update_info
-from passes.module_runs import ROOT, Runs, find_runs, inside, owners
+from partitioner.program import Program, TensorInfo, UnitGroup, node_info, update_info
+from passes.module_runs import ROOT, Runs, find_runs, inside, owners, prefixes
 
 TINY_SHARE = 0.05  # an atom smaller than this share of its neighbour joins it: its own gather would be all latency
 SPLIT_SHARE = 0.10  # a module outside any block is looked into if it holds more than this share of all parameters
@@ -23,19 +24,34 @@ class _Tree:
     program: Program
     runs: Runs
     owned: dict[str, list[str]] = field(default_factory=dict)  # module -> parameters it must hold
+    below: dict[str, list[str]] = field(default_factory=dict)  # module -> those of it and of every module in it
     pinned: list[tuple[str, ...]] = field(default_factory=list)  # module lists that must be units of their own
     children: dict[str, list[str]] = field(default_factory=dict)
     callable: frozenset[str] = frozenset()
-    sizes: dict[str, int] = field(default_factory=dict)
+    infos: dict[str, TensorInfo] = field(default_factory=dict)
+
+    def own(self, module: str, parameter: str) -> None:
+        self.owned.setdefault(module, []).append(parameter)
+        for around in (ROOT, *prefixes(module)):
+            self.below.setdefault(around, []).append(parameter)
 
     def parameters_under(self, modules: tuple[str, ...]) -> list[str]:
-        return [p for m, ps in self.owned.items() if any(inside(m, top) for top in modules) for p in ps]
+        """For modules of which none contains another."""
+        return [p for module in modules for p in self.below.get(module, ())]
 
     def size(self, modules: tuple[str, ...]) -> int:
-        return sum(self.sizes[p] for p in self.parameters_under(modules))
+        return sum(self.infos[p].nbytes for p in self.parameters_under(modules))
+
+    def dtypes(self, parameters: Iterable[str]) -> list[str]:
+        """The dtypes that one unit of these parameters would reduce gradients of; FSDP2 takes one at most."""
+        return sorted({self.infos[p].dtype for p in parameters if self.infos[p].trainable})
+
+    def uniform(self, modules: tuple[str, ...]) -> bool:
+        return len(self.dtypes(self.parameters_under(modules))) <= 1
 
     def is_pinned(self, module: str) -> bool:
-        return any(inside(module, top) for group in self.pinned for top in group)
+        tops = {top for group in self.pinned for top in group}
+        return any(around in tops for around in prefixes(module))
 
     def full_children(self, module: str) -> list[str]:
         """Children that hold parameters and are not pinned."""
@@ -53,19 +69,22 @@ def _parent(name: str, known: dict[str, None]) -> str:
 def _build_tree(program: Program, runs: Runs) -> _Tree:
     known = dict.fromkeys(m.name for m in program.modules)
     tree = _Tree(program, runs)
-    tree.sizes = {p.name: p.nbytes for p in program.parameters}
-    tree.callable = frozenset(m.name for m in program.modules if m.has_forward and runs.calls.get(m.name))
+    tree.infos = {p.name: p for p in program.parameters}
+    owned = owners(program, runs)
+    tree.callable = frozenset(
+        m.name for m in program.modules if m.has_forward and runs.calls.get(m.name) and m.name not in owned.barred
+    )
     for name in known:
         if name != ROOT:
             tree.children.setdefault(_parent(name, known), []).append(name)
     shared: dict[str, None] = {}
-    for parameter, holders in owners(program, runs).items():
+    for parameter, holders in owned.holders.items():
         if len(holders) > 1 and ROOT not in holders:
             _pin_together(tree, holders)
-            tree.owned.setdefault(holders[0], []).append(parameter)
+            tree.own(holders[0], parameter)
         else:
             holder = ROOT if len(holders) > 1 else holders[0]
-            tree.owned.setdefault(holder, []).append(parameter)
+            tree.own(holder, parameter)
             if holder != ROOT and len(runs.calls[holder]) > 1:
                 shared.setdefault(_outermost_shared(tree, holder))
     for module in shared:
@@ -75,11 +94,15 @@ def _build_tree(program: Program, runs: Runs) -> _Tree:
 
 
 def _outermost_shared(tree: _Tree, module: str) -> str:
-    """The outermost module around ``module`` that runs as often as it does."""
+    """The outermost module around ``module`` that runs as often as it does and may be a unit."""
     calls = len(tree.runs.calls[module])
-    while (up := module.rpartition(".")[0]) and len(tree.runs.calls.get(up, ())) == calls:
-        module = up
-    return module
+    found = module
+    while module := module.rpartition(".")[0]:
+        if module in tree.callable and len(tree.runs.calls[module]) == calls:
+            found = module
+        elif tree.runs.calls.get(module):
+            break
+    return found
 
 
 def _pin_together(tree: _Tree, modules: tuple[str, ...]) -> None:
@@ -107,6 +130,8 @@ def _splits(tree: _Tree, module: str, blocks: list[str], total: int) -> bool:
     """Whether to look for atoms below a module."""
     if module not in tree.callable or not tree.runs.single(module):
         return True
+    if len(tree.dtypes(tree.below[module])) > 1:
+        return True
     if any(b != module and inside(b, module) for b in blocks):
         return True
     children = tree.full_children(module)
@@ -121,7 +146,7 @@ def _splits(tree: _Tree, module: str, blocks: list[str], total: int) -> bool:
 
 def _find_atoms(tree: _Tree, blocks: list[str]) -> list[str]:
     """The finest modules that may be units; parameters of modules that were looked into become pinned units."""
-    total = sum(tree.sizes.values())
+    total = sum(p.nbytes for p in tree.program.parameters)
     atoms, stack = [], [ROOT]
     while stack:
         module = stack.pop()
@@ -145,11 +170,35 @@ def _join_tiny(tree: _Tree, atoms: list[str], blocks: list[str]) -> list[tuple[s
         previous = groups[-1] if groups else None
         if previous and home(previous[0]) == home(atom) and atom not in blocks and previous[0] not in blocks:
             small, large = sorted((tree.size(previous), tree.size((atom,))))
-            if small < TINY_SHARE * large:
+            if small < TINY_SHARE * large and tree.uniform((*previous, atom)):
                 groups[-1] = (*previous, atom)
                 continue
         groups.append((atom,))
     return groups
+
+
+def _absorb_tiny(tree: _Tree, atoms: list[tuple[str, ...]], blocks: list[str]) -> list[tuple[str, ...]]:
+    """Tiny atoms outside any block that run between the modules of a tied group join it; the rest is returned.
+
+    A final norm before a tied head is the usual one. The group is whole from its first module to its last in any case.
+    """
+    kept = []
+    for atom in atoms:
+        position = tree.runs.calls[atom[0]][0][0]
+        for i, group in enumerate(tree.pinned):
+            runs = [run for m in group for run in tree.runs.calls[m]]
+            if (
+                len(group) > 1
+                and min(runs)[0] < position < max(runs)[0]
+                and not any(inside(m, b) for m in atom for b in blocks)
+                and tree.size(atom) < TINY_SHARE * tree.size(group)
+                and tree.uniform((*group, *atom))
+            ):
+                tree.pinned[i] = tuple(sorted((*group, *atom), key=lambda m: tree.runs.calls[m][0]))
+                break
+        else:
+            kept.append(atom)
+    return kept
 
 
 class _Windows:
@@ -181,22 +230,37 @@ def _make_windows(tree: _Tree, atoms: list[tuple[str, ...]]) -> _Windows:
             calls = tree.runs.calls[module]
             for n, (first, _) in enumerate(calls):
                 starts.setdefault(first, f"{module}#{n}" if len(calls) > 1 else module)
+    for first, name in _root_reads(tree, atoms):
+        starts.setdefault(first, name)
     return _Windows(starts or {0: "model"})
+
+
+def _root_reads(tree: _Tree, atoms: list[tuple[str, ...]]) -> Iterator[tuple[int, str]]:
+    """Calls of modules outside any atom that read what the root holds (a tied head): not to be lumped with their neighbour."""
+    held = set(tree.owned.get(ROOT, ()))
+    units = {m for modules in (*atoms, *tree.pinned) for m in modules}
+    for position, node in enumerate(tree.runs.nodes):
+        stack = tree.runs.stacks[position]
+        if held.intersection(node_info(node).reads) and stack[-1] != ROOT and units.isdisjoint(stack):
+            calls = tree.runs.calls[stack[-1]]
+            n = next(i for i, (first, last) in enumerate(calls) if first <= position <= last)
+            yield calls[n][0], f"{stack[-1]}#{n}" if len(calls) > 1 else stack[-1]
 
 
 def _pinned_groups(tree: _Tree, windows: _Windows) -> list[UnitGroup]:
     groups = []
-    claimed: set[str] = set()
     for modules in sorted(tree.pinned, key=lambda g: (-min(m.count(".") for m in g), g)):
-        nested = [p for other in tree.pinned if other != modules for p in _own_parameters(tree, other)]
-        own = [p for p in _own_parameters(tree, modules) if p not in nested and p not in claimed]
-        claimed.update(own)
         runs = sorted(run for m in modules for run in tree.runs.calls[m])
         if len(modules) > 1:
             runs = [(runs[0][0], runs[-1][1])]  # one list group: gathered at the first module, freed after the last
-        calls = tuple((windows.of(a), windows.of(b)) for a, b in runs)
         groups.append(
-            UnitGroup(name="+".join(modules), modules=modules, parameters=tuple(own), calls=calls, level="pinned")
+            UnitGroup(
+                name="+".join(modules),
+                modules=modules,
+                parameters=tuple(_own_parameters(tree, modules)),
+                calls=tuple((windows.of(a), windows.of(b)) for a, b in runs),
+                level="pinned",
+            )
         )
     root = tree.owned.get(ROOT, [])
     if root:
@@ -213,47 +277,61 @@ def _own_parameters(tree: _Tree, modules: tuple[str, ...]) -> list[str]:
     return tree.parameters_under(modules)
 
 
+def _merges(spans: dict[str, tuple[int, int]]) -> Iterator[list[str]]:
+    """Aligned runs of two and of four neighbouring blocks of one parent."""
+    families: dict[str, list[str]] = {}
+    for block in spans:
+        families.setdefault(block.rpartition(".")[0], []).append(block)
+    for family in families.values():
+        for size in MERGES:
+            for i in range(0, len(family) - size + 1, size):
+                run = family[i : i + size]
+                if all(spans[a][1] + 1 == spans[b][0] for a, b in itertools.pairwise(run)):
+                    yield run
+
+
 def _chain_groups(tree: _Tree, atoms: list[tuple[str, ...]], blocks: list[str], windows: _Windows) -> list[UnitGroup]:
     groups: dict[tuple[int, int], UnitGroup] = {}
+    held = {p for group in tree.pinned for p in _own_parameters(tree, group)}
 
-    def add(modules: tuple[str, ...], name: str, first: int, last: int, level: str) -> None:
-        parameters = [p for p in tree.parameters_under(modules) if not _held_by_pinned(tree, p)]
-        groups.setdefault(
-            (first, last),
-            UnitGroup(
-                name=name, modules=modules, parameters=tuple(parameters), calls=((first, last),),
-                level=level,  # type: ignore[arg-type]  # one of the literals, from the three calls below
-            ),
-        )  # fmt: skip
+    def add(
+        modules: tuple[str, ...], name: str, span: tuple[int, int], level: Literal["atom", "block", "merge"]
+    ) -> None:
+        parameters = [p for p in tree.parameters_under(modules) if p not in held]
+        if level == "atom" or len(tree.dtypes(parameters)) <= 1:
+            made = UnitGroup(name=name, modules=modules, parameters=tuple(parameters), calls=(span,), level=level)
+            groups.setdefault(span, made)
 
     spans: dict[str, tuple[int, int]] = {}
     for block in blocks:
         positions = [windows.of(tree.runs.calls[m][0][0]) for g in atoms for m in g if inside(m, block)]
         if positions:
             spans[block] = (min(positions), max(positions))
-            add((block,), block, *spans[block], "block")
+            add((block,), block, spans[block], "block")
     for modules in atoms:
         window = windows.of(tree.runs.calls[modules[0]][0][0])
-        add(modules, windows.names[window], window, window, "atom")
-    by_parent: dict[str, list[str]] = {}
-    for block in spans:
-        by_parent.setdefault(block.rpartition(".")[0], []).append(block)
-    for family in by_parent.values():
-        for size in MERGES:
-            for i in range(0, len(family) - size + 1, size):
-                run = family[i : i + size]
-                if all(spans[a][1] + 1 == spans[b][0] for a, b in itertools.pairwise(run)):
-                    name = f"{run[0]}..{run[-1].rpartition('.')[2]}"
-                    add(tuple(run), name, spans[run[0]][0], spans[run[-1]][1], "merge")
+        add(modules, windows.names[window], (window, window), "atom")
+    for run in _merges(spans):
+        name = f"{run[0]}..{run[-1].rpartition('.')[2]}"
+        add(tuple(run), name, (spans[run[0]][0], spans[run[-1]][1]), "merge")
     covered = {w for first, last in groups for w in range(first, last + 1)}
     for window, name in enumerate(windows.names):
         if window not in covered:
-            add((), f"({name})", window, window, "bare")
+            bare = UnitGroup(name=f"({name})", modules=(), parameters=(), calls=((window, window),), level="bare")
+            groups[window, window] = bare
     return [groups[span] for span in sorted(groups)]
 
 
-def _held_by_pinned(tree: _Tree, parameter: str) -> bool:
-    return any(parameter in _own_parameters(tree, group) for group in tree.pinned)
+def _refuse_mixed(tree: _Tree, groups: tuple[UnitGroup, ...]) -> None:
+    for group in groups:
+        dtypes = tree.dtypes(group.parameters)
+        if len(dtypes) > 1:
+            odd = next(p for p in group.parameters if tree.infos[p].trainable and tree.infos[p].dtype == dtypes[-1])
+            raise UnsupportedError(
+                f"{group.name} holds trainable parameters of {' and '.join(dtypes)} ({odd} is {dtypes[-1]}); "
+                "FSDP2 takes one dtype in a unit",
+                hint="build them in one dtype, or give the odd ones a module of their own",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,9 +342,12 @@ class FindUnits(Pass):
        modules called several times, and parameters of modules that contain other units are *pinned* units.
     2. Blocks are the outermost numbered siblings (``layers.0``, ``layers.1``, ...). A block of several callable children
        is cut into them (*atoms*); other modules are cut while they hold a large share of the model.
-    3. A tiny atom (a norm) joins its neighbour.
-    4. A window begins where an atom, or a call of a pinned unit, begins. Candidates are atoms, whole blocks, and two or
-       four blocks in a row.
+    3. A tiny atom (a norm) joins its neighbour, or the tied group that it runs within.
+    4. A window begins where an atom, a call of a pinned unit, or a module that reads the root's parameters begins.
+       Candidates are atoms, whole blocks, and two or four blocks in a row. Trainable parameters of two dtypes never share
+       a unit.
+
+    Raises UnsupportedError where one module mixes dtypes itself.
     """
 
     name: ClassVar[str] = "find-units"
@@ -281,10 +362,11 @@ class FindUnits(Pass):
         runs = find_runs(program)
         tree = _build_tree(program, runs)
         blocks = _find_blocks(tree)
-        atoms = _join_tiny(tree, _find_atoms(tree, blocks), blocks)
+        atoms = _absorb_tiny(tree, _join_tiny(tree, _find_atoms(tree, blocks), blocks), blocks)
         windows = _make_windows(tree, atoms)
         names = tuple(windows.names)
         groups = (*_chain_groups(tree, atoms, blocks, windows), *_pinned_groups(tree, windows))
+        _refuse_mixed(tree, groups)
         changed = names != program.windows or groups != program.groups
         program.windows, program.groups = names, groups
         for position, node in enumerate(runs.nodes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from torch import fx
@@ -16,6 +17,12 @@ def inside(name: str, module: str) -> bool:
     return module == ROOT or name == module or name.startswith(module + ".")
 
 
+def prefixes(name: str) -> list[str]:
+    """``"a.b.c"`` -> ``["a", "a.b", "a.b.c"]``; the root has none."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
 def module_stack(program: Program, node: fx.Node, known: frozenset[str]) -> tuple[tuple[str, int], ...]:
     """(FQN, call) of the modules whose forward runs a node, root first.
 
@@ -25,9 +32,7 @@ def module_stack(program: Program, node: fx.Node, known: frozenset[str]) -> tupl
     if recorded is not None:
         return tuple(recorded)
     info = node_info(node)
-    parts = info.module.split(".") if info.module else []
-    prefixes = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    return ((ROOT, 0), *((p, info.call) for p in prefixes if p in known))
+    return ((ROOT, 0), *((p, info.call) for p in prefixes(info.module) if p in known))
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,17 @@ def find_runs(program: Program) -> Runs:
     return Runs(nodes=nodes, stacks=tuple(stacks), calls={k: tuple(sorted(v)) for k, v in calls.items()})
 
 
-def owners(program: Program, runs: Runs) -> dict[str, tuple[str, ...]]:
+@dataclass(frozen=True)
+class Owners:
+    """Which modules must hold each parameter, and which modules may therefore not be units."""
+
+    holders: dict[str, tuple[str, ...]]
+    """Parameter -> modules, in execution order; several only for a tied weight."""
+    barred: frozenset[str]
+    """Modules with a parameter in them that belongs further out: as units they would take it along."""
+
+
+def owners(program: Program, runs: Runs) -> Owners:
     """For each parameter the modules that must hold it: for every reader, the deepest running module that contains it.
 
     FSDP2 gathers a unit's parameters around its modules' forward, so a parameter that is read outside its own module
@@ -91,4 +106,48 @@ def owners(program: Program, runs: Runs) -> dict[str, tuple[str, ...]]:
     for parameter, holders in found.items():
         outer = [m for m in holders if not any(m != o and inside(m, o) for o in holders)]
         result[parameter] = tuple(outer) or (ROOT,)
-    return result
+    return _settle(program, runs, result) if by_name else Owners(result, frozenset())
+
+
+def _settle(program: Program, runs: Runs, holders: dict[str, tuple[str, ...]]) -> Owners:
+    """Move parameters outwards until no unit would take along what belongs further out."""
+    known = {m.name for m in program.modules}
+    homes = {
+        p.name: [home for alias in p.aliases if (home := alias.rpartition(".")[0]) in known] for p in program.parameters
+    }
+    holders |= dict.fromkeys(_ties_for_root(program, holders, homes), (ROOT,))
+    while True:
+        barred = frozenset(
+            module
+            for name, tops in holders.items()
+            for home in homes[name]
+            for module in prefixes(home)
+            if any(module != top and inside(module, top) for top in tops)
+        )
+        moved = {name: tops for name, tops in holders.items() if barred.intersection(tops)}
+        if not moved:
+            return Owners(holders, barred)
+        for name, tops in moved.items():
+            around = [m for m in prefixes(tops[0]) if m not in barred and m in runs.calls] if len(tops) == 1 else []
+            holders[name] = (around[-1] if around else ROOT,)
+
+
+def _ties_for_root(program: Program, holders: dict[str, tuple[str, ...]], homes: dict[str, list[str]]) -> list[str]:
+    """Tied weights that only the root can hold.
+
+    One with a name outside its holders (a head that forward does not call): the unit around that name would take it. One
+    whose holder has more in it than the ties (a decoder that reads the table itself): all of that would be one unit.
+    """
+    below: Counter[str] = Counter()
+    together: Counter[tuple[str, ...]] = Counter()
+    for p in program.parameters:
+        together[holders[p.name]] += p.nbytes
+        for module in dict.fromkeys(m for home in homes[p.name] for m in prefixes(home)):
+            below[module] += p.nbytes
+    found = []
+    for name, tops in holders.items():
+        covered = all(any(inside(home, top) for top in tops) for home in homes[name])
+        wide = len(tops) > 1 and any(below[top] > 2 * together[tops] for top in tops)
+        if not covered or wide:
+            found.append(name)
+    return found

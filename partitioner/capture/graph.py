@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -57,20 +61,38 @@ def refuse_symbolic(program: Program) -> None:
                 )
 
 
-def record_modules(program: Program) -> None:
+class _Calls:
+    """Numbers the calls of modules that have several names; torch.export counts each name's calls from zero."""
+
+    def __init__(self, canonical: Mapping[str, str]) -> None:
+        self.canonical = canonical
+        self.shared = {name for name, count in Counter(canonical.values()).items() if count > 1}
+        self.seen: dict[str, dict[tuple[str, int], int]] = {}
+
+    def of(self, name: str, call: int) -> tuple[str, int]:
+        """(canonical name, number of the call among the calls under all its names)."""
+        first = self.canonical.get(name, name)
+        if first not in self.shared:
+            return first, call
+        calls = self.seen.setdefault(first, {})
+        return first, calls.setdefault((name, call), len(calls))
+
+
+def record_modules(program: Program, canonical: Mapping[str, str]) -> None:
     """Write each node's module stack and the parameters it reads.
 
     torch.export marks the n-th call of a module with ``@n`` in the key of its stack.
     """
     parameters = {p.name for p in program.parameters}
+    calls = _Calls(canonical)
     for node in program.graph.graph.nodes:
         if node.op != "call_function":
             continue
         stack: list[tuple[str, int]] = [("", 0)]
         for key, (name, _) in (node.meta.get("nn_module_stack") or {}).items():
             if name:
-                _, _, call = str(key).rpartition("@")
-                stack.append((name, int(call) if "@" in str(key) and call.isdigit() else 0))
+                _, marked, call = str(key).rpartition("@")
+                stack.append(calls.of(name, int(call) if marked and call.isdigit() else 0))
         node.meta["module_stack"] = tuple(stack)
         reads = tuple(
             dict.fromkeys(str(a.target) for a in node.all_input_nodes if a.op == "get_attr" and a.target in parameters)
@@ -78,13 +100,19 @@ def record_modules(program: Program) -> None:
         update_info(node, module=stack[-1][0], call=stack[-1][1], reads=reads)
 
 
-def finish(program: Program, outputs: OutputNames) -> None:
-    """Bring a freshly exported graph into the form that passes work on."""
+def finish(program: Program, outputs: OutputNames, module_names: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Bring a freshly exported graph into the form that passes work on.
+
+    Args:
+        program: changed in place.
+        outputs: names of the model's outputs, to find the loss by.
+        module_names: other names of a module -> the one that ``program.modules`` has it under.
+    """
     _plain_code(program.graph)
     flatten_regions(program.graph)
     refuse_symbolic(program)
     merge_attributes(program)
     attach_loss(program, outputs)
-    record_modules(program)
+    record_modules(program, module_names)
     program.graph.graph.eliminate_dead_code()
     program.graph.recompile()

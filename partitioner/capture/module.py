@@ -12,10 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from partitioner.capture.graph import finish
 from partitioner.capture.loss import OutputNames
-from partitioner.capture.table import module_table, tensor_table
-from partitioner.capture.twin import fake_inputs, fake_twin, leave_export_mode, one_sequence_per_row
+from partitioner.capture.table import module_names, module_table, tensor_table
+from partitioner.capture.twin import (
+    fake_inputs,
+    fake_twin,
+    leave_export_mode,
+    one_sequence_per_row,
+    quiet_export,
+    see_through_checkpoints,
+)
 from partitioner.errors import CaptureError, UsageError
-from partitioner.program import Program, Recipe, Source, dtype_of
+from partitioner.program import Program, Recipe, Source, dtype_of, node_info
 
 
 def refuse_untrainable(module: nn.Module) -> None:
@@ -48,7 +55,8 @@ def _user_line(error: BaseException) -> str:
 def _export(twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], spec: str) -> fx.GraphModule:
     exporting = torch.compiler._is_exporting_flag
     try:
-        program = torch.export.export(twin, args, kwargs, strict=False)
+        with quiet_export():
+            program = torch.export.export(twin, args, kwargs, strict=False)
         module = program.module(check_guards=False)
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -63,8 +71,16 @@ def _export(twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], spec
     return module
 
 
+SHOWN = 3
+"""How many names a warning lists."""
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
 def _assumptions(program: Program, module: nn.Module) -> None:
-    """Say what shapes were used, and what looks unlike training."""
+    """Say what shapes were used, what looks unlike training, and what will fail or be wasted there."""
     first = next((n for n in program.graph.graph.nodes if n.op == "placeholder"), None)
     value = None if first is None else first.meta.get("val")
     if first is not None and isinstance(value, torch.Tensor) and value.dim():
@@ -72,6 +88,18 @@ def _assumptions(program: Program, module: nn.Module) -> None:
     if not module.training:
         program.warnings.append(
             "the model is in eval mode: dropout is off and batch statistics are frozen, as captured"
+        )
+    trainable = [p for p in program.parameters if p.trainable]
+    unusual = [p.name for p in trainable if dtype_of(p.dtype).is_complex]
+    if unusual:
+        program.warnings.append(
+            f"complex parameters ({_some(unusual)}): NCCL cannot reduce their gradients; store them as real with view_as_real"
+        )
+    read = {parameter for node in program.graph.graph.nodes for parameter in node_info(node).reads}
+    unread = [p.name for p in trainable if p.name not in read]
+    if unread:
+        program.warnings.append(
+            f"forward does not use {_some(unread)}: no gradient, but memory for shard and optimizer state all the same"
         )
 
 
@@ -106,7 +134,7 @@ def capture_module(
     leave_export_mode(twin)
     fake_args = fake_inputs(args, mode, compute_dtype)
     fake_kwargs = fake_inputs(kwargs, mode, compute_dtype)
-    with one_sequence_per_row() as assumed:
+    with one_sequence_per_row() as assumed, see_through_checkpoints() as checkpoints:
         graph = _export(twin, fake_args, fake_kwargs, spec)
     program = Program(
         graph=graph,
@@ -116,8 +144,13 @@ def capture_module(
         recipe=recipe,
         source=Source(kind=kind, spec=spec),
     )
-    finish(program, OutputNames.of(graph))
+    finish(program, OutputNames.of(graph), module_names(module))
     _assumptions(program, module)
+    if checkpoints:
+        program.warnings.append(
+            f"forward calls torch.utils.checkpoint itself ({len(checkpoints)}x); the plan is made without that and decides anew "
+            "what to recompute: take the calls out, or less memory and more time are used than predicted"
+        )
     if assumed:
         program.defaults["packing"] = assumed[0]
     return program

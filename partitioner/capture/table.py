@@ -35,13 +35,19 @@ def tensor_table(named: Iterable[tuple[str, torch.Tensor]], *, parameters: bool)
     )
 
 
+def module_names(module: nn.Module) -> dict[str, str]:
+    """Every name of every module -> its canonical one, the first in pre-order: one module may sit in two places."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(child), name) for name, child in module.named_modules(remove_duplicate=False)}
+
+
 def module_table(module: nn.Module) -> tuple[ModuleInfo, ...]:
-    """Every module in pre-order. FSDP2 hooks ``forward``, so containers that do not define one may not be units."""
+    """Every module once, in pre-order. FSDP2 hooks ``forward``, so containers that define none may not be units."""
     return tuple(
         ModuleInfo(
             name=name,
             class_name=type(child).__name__,
             has_forward=type(child).forward is not nn.Module.forward or "forward" in vars(child),
         )
-        for name, child in module.named_modules(remove_duplicate=False)
+        for name, child in module.named_modules()
     )

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import _trace
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -128,6 +132,48 @@ def leave_export_mode(twin: nn.Module) -> None:
 
     twin.register_forward_pre_hook(enter)
     twin.register_forward_hook(leave)
+
+
+@contextmanager
+def quiet_export() -> Iterator[None]:
+    """While this is active, torch.export does not print the graph it got to when it fails; the error says what matters."""
+    trace = vars(_trace)
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = logger.level
+    trace["print"] = lambda *_, **__: None  # found before the builtin
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        del trace["print"]
+        logger.setLevel(level)
+
+
+@contextmanager
+def see_through_checkpoints() -> Iterator[list[str]]:
+    """While this is active, ``torch.utils.checkpoint`` just calls its function; yields what it was called with.
+
+    torch.export would trace through the newer variant without a trace of it, and through the older one as if its
+    operators had no gradient.
+    """
+    noted: list[str] = []
+    names = vars(torch.utils.checkpoint)
+    originals = {name: names[name] for name in ("_checkpoint_without_reentrant_generator", "CheckpointFunction")}
+
+    def around(function: Callable[..., Any], *_: Any, **__: Any) -> Iterator[None]:
+        noted.append(type(function).__name__)
+        yield  # the function runs here
+
+    def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+        noted.append(type(function).__name__)
+        return function(*args)
+
+    names["_checkpoint_without_reentrant_generator"] = around
+    names["CheckpointFunction"] = SimpleNamespace(apply=apply)
+    try:
+        yield noted
+    finally:
+        names.update(originals)
 
 
 @contextmanager
