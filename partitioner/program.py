@@ -180,10 +180,10 @@ class Program:
 
     def parameter(self, alias: str) -> TensorInfo:
         """The storage behind any of its names. Raises KeyError for an unknown one."""
-        return self._by_alias()[alias]
-
-    def _by_alias(self) -> dict[str, TensorInfo]:
-        return {alias: info for info in (*self.parameters, *self.buffers) for alias in info.aliases}
+        for info in (*self.parameters, *self.buffers):
+            if alias in info.aliases:
+                return info
+        raise KeyError(alias)
 
     def module(self, name: str) -> ModuleInfo:
         for module in self.modules:

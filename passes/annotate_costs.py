@@ -34,6 +34,7 @@ class _Walk:
 
     values: dict[fx.Node, tuple[_Value | None, ...]] = field(default_factory=dict)
     storages: dict[str, StorageInfo] = field(default_factory=dict)
+    trainable: frozenset[str] = frozenset()  # every name of every trainable parameter
     measured: dict[object, OperatorCost] = field(default_factory=dict)
     readers: set[tuple[fx.Node, int]] = field(default_factory=set)  # tensors that some operator sends a gradient to
 
@@ -42,7 +43,7 @@ def _leaves(node: fx.Node) -> list[Any]:
     return pytree.tree_leaves(node.meta.get("val"), is_leaf=lambda x: x is None)
 
 
-def _enter(program: Program, node: fx.Node, walk: _Walk) -> None:
+def _enter(node: fx.Node, walk: _Walk) -> None:
     """A model input, parameter or buffer."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
@@ -51,7 +52,7 @@ def _enter(program: Program, node: fx.Node, walk: _Walk) -> None:
         walk.storages[node.name] = StorageInfo(name=node.name, nbytes=storage_bytes(value), producer="")
         walk.values[node] = (_Value(node.name, False),)
     else:
-        trainable = program.parameter(str(node.target)).trainable and value.is_floating_point()
+        trainable = str(node.target) in walk.trainable and value.is_floating_point()
         walk.values[node] = (_Value(None, trainable),)
 
 
@@ -176,10 +177,10 @@ class AnnotateCosts(Pass):
 
     def run(self, program: Program) -> bool:
         before = (dict(program.storages), [n.meta.get(INFO) for n in program.graph.graph.nodes])
-        walk = _Walk()
+        walk = _Walk(trainable=frozenset(name for p in program.parameters if p.trainable for name in p.aliases))
         for node in program.graph.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                _enter(program, node, walk)
+                _enter(node, walk)
             elif node.op == "call_function" and node.target is operator.getitem:
                 _pick(node, walk)
             elif node.op == "call_function":

@@ -154,19 +154,30 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         )
 
 
+def _fused_rms_norm(
+    value: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    out: torch.Tensor = aten.native_layer_norm.default(value, shape, weight, None, eps or 0.0)[0]
+    return out
+
+
 def as_accelerator_runs(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Replace the few operators that torch runs by another algorithm on cpu than on an accelerator.
 
     Attention with dropout leaves the fused kernel on cpu only, and would then save the whole score matrix; dropout keeps
-    a mask of the activation's dtype on cpu and of bool elsewhere (``native_dropout``).
+    a mask of the activation's dtype on cpu and of bool elsewhere (``native_dropout``). ``rms_norm`` is one kernel
+    elsewhere that keeps its input and one factor a row (``_fused_rms_norm``), and a chain of float32 temporaries on cpu;
+    layer norm stands in for it, with the same reads and writes and one more number a row.
     """
     if target is aten.scaled_dot_product_attention.default:
         args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
         return target, args, {k: v for k, v in kwargs.items() if k != "dropout_p"}
     if target is aten.dropout.default and len(args) == 3 and args[2] and args[1] > 0:
         return (lambda *a: aten.native_dropout.default(*a)[0]), args, kwargs
+    if target is aten.rms_norm.default:
+        return _fused_rms_norm, args, kwargs
     return target, args, kwargs
 
 
