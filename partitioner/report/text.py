@@ -92,33 +92,36 @@ def _placement(unit: PlanUnit) -> str:
     return "shard, reshard" if unit.reshard_after_forward else "shard, keep"
 
 
+def _recomputed(unit: PlanUnit, again: frozenset[str]) -> str:
+    count = sum(m in again for m in unit.modules)
+    if not count:
+        return "keep"
+    return "recompute" if count == len(unit.modules) else f"recompute {count} of {len(unit.modules)}"
+
+
 def units_table(plan: Plan) -> RenderableType:
-    again = {a.module for a in plan.activations if a.policy == "recompute"}
-    table = _table("unit", "count", "gathers", "placement", "prefetch", "activations", "optimizer", title="Units")
-
-    def fate(unit: PlanUnit) -> tuple[object, ...]:
-        return (*_fate(unit), sum(m in again for m in unit.modules))
-
-    for name, units in fold(plan.units, lambda u: u.name, fate):
+    """One row for units of one fate. Columns that would say the same in every row are a sentence below the table."""
+    again = frozenset(a.module for a in plan.activations if a.policy == "recompute")
+    offloads = any(unit.offload == "optimizer_state" for unit in plan.units)
+    optional = [*(["activations"] if again else []), *(["optimizer"] if offloads else [])]
+    table = _table("unit", "count", "gathers", "placement", "prefetch f / b", *optional, title="Units")
+    for name, units in fold(plan.units, lambda u: u.name, lambda u: (*_fate(u), _recomputed(u, again))):
         unit = units[0]
-        count = sum(m in again for m in unit.modules)
-        recompute = (
-            "keep"
-            if not count
-            else "recompute"
-            if count == len(unit.modules)
-            else f"recompute {count} of {len(unit.modules)}"
-        )
         table.add_row(
             escape(name),
             str(len(units)),
             format_bytes(unit.gather_bytes) if unit.gather_bytes else "-",
             _placement(unit),
             f"{unit.prefetch_forward} / {unit.prefetch_backward}" if unit.placement == "shard" else "-",
-            recompute,
-            "host" if unit.offload == "optimizer_state" else "GPU",
+            *([_recomputed(unit, again)] if again else []),
+            *(["host" if unit.offload == "optimizer_state" else "GPU"] if offloads else []),
         )
-    return table
+    said = [
+        *([] if again else ["all activations are kept"]),
+        *([] if offloads else ["optimizer state stays on the GPUs"]),
+    ]
+    sentence = " and ".join(said)
+    return Group(table, f"{sentence[0].upper()}{sentence[1:]}.", "") if said else table
 
 
 def memory_table(plan: Plan) -> RenderableType:

@@ -13,7 +13,7 @@ def test_ranges() -> None:
 def test_names_that_differ_in_their_first_number() -> None:
     assert folded_name(["layers.0.mlp", "layers.1.mlp", "layers.3.mlp"]) == "layers.{0-1,3}.mlp"
     assert folded_name(["head"]) == "head"
-    assert folded_name(["layers.0..1", "layers.2..3"]) == "layers.0..1 .. layers.2..3"
+    assert folded_name(["layers.0..1", "layers.2..3"]) == "layers.{0..1, 2..3}"
 
 
 def test_interleaved_rows_fold_by_name_and_fate() -> None:
@@ -22,3 +22,8 @@ def test_interleaved_rows_fold_by_name_and_fate() -> None:
     assert [(name, len(group)) for name, group in folded] == [
         ("layers.{0-1}.attn", 2), ("layers.0.mlp", 1), ("layers.1.mlp", 1),
     ]  # fmt: skip
+
+
+def test_a_long_list_shows_its_ends_and_no_number_is_cut() -> None:
+    assert folded_name([f"h.{i}..{i + 3}" for i in range(8, 32, 4)]) == "h.{8..11, ..., 28..31}"
+    assert folded_name(["h.10..11", "h.12..13"]) == "h.{10..11, 12..13}"

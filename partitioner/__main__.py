@@ -1,0 +1,5 @@
+"""``python -m partitioner`` is ``partition``."""
+
+from partitioner.cli import main
+
+main()
