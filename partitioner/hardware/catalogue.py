@@ -90,10 +90,10 @@ def gpus() -> tuple[Gpu, ...]:
     )
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint naming the closest known word, or all of them when none is close."""
+def nearest(word: str, known: Iterable[str], also: Iterable[str] = ()) -> str:
+    """A hint naming the closest known word, or all of them when none is close; other spellings are not listed then."""
     choices = sorted(known)
-    close = difflib.get_close_matches(word, choices, n=1)
+    close = difflib.get_close_matches(word, [*choices, *sorted(also)], n=1)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(choices)}"
 
 
@@ -122,9 +122,10 @@ def find_gpu(name: str) -> Gpu:
         raise UsageError(
             f"GPU {name!r} could be {' or '.join(gpu.name for gpu in fitting)}", hint="write one of these names"
         )
+    names, aliases = [gpu.name for gpu in gpus()], [alias for gpu in gpus() for alias in gpu.aliases]
     raise UsageError(
         f"no GPU is called {name!r}",
-        hint=f"{nearest('-'.join(asked), [gpu.name for gpu in gpus()])}\n  "
+        hint=f"{nearest('-'.join(asked), names, aliases)}\n  "
         "for a card that is not listed, take the most similar one and set --memory and --intra-bandwidth",
     )
 

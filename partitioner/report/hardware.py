@@ -71,16 +71,14 @@ def render_hardware(name: str | None) -> RenderableType:
     """What ``partition hardware`` shows. Raises UsageError for an unknown name."""
     if name is not None:
         return _sheet(find_gpu(name))
-    cards = _grid("GPU", "memory", "HBM", "bf16 Tflop/s", "fp32", "node link", "host", title="GPUs")
+    cards = _grid("GPU", "memory", "HBM", "bf16 TFLOP/s", "node link", title="GPUs")
     for gpu in gpus():
         cards.add_row(
             gpu.name,
             format_bytes(gpu.memory_bytes),
             format_rate(gpu.memory_bytes_per_s),
             _tflops(gpu.flop_per_s.get("bfloat16")),
-            _tflops(gpu.flop_per_s.get("float32")),
             gpu.link.name,
-            gpu.host_link.name,
         )
     wires = _grid("link", "one way, per GPU", "latency of a step", title="Links")
     for link in links():

@@ -111,6 +111,9 @@ def test_unknown_gpu_names_the_nearest():
     with pytest.raises(UsageError, match="no GPU is called 'h10-sxm-80gb'") as caught:
         find_gpu("h10-sxm-80gb")
     assert "did you mean h100-sxm-80gb?" in caught.value.hint
+    with pytest.raises(UsageError) as caught:
+        find_gpu("h10")
+    assert "did you mean h100?" in caught.value.hint
 
 
 def test_unknown_gpu_lists_all_when_none_is_near():
