@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from partitioner.errors import UsageError
-from partitioner.program import Program
+from partitioner.program import LossKind, Program
 
 aten = torch.ops.aten
 
@@ -68,7 +68,7 @@ def _cross_entropy(graph: fx.Graph, prediction: fx.Node) -> fx.Node:
     with graph.inserting_after(last):
         labels = graph.placeholder("labels")
     with value.fake_mode:
-        labels.meta["val"] = torch.empty(value.shape[:-1], dtype=torch.int64)
+        labels.meta["val"] = torch.empty(value.shape[:-1], dtype=torch.int64, device=value.device)
     wide = _append(graph, aten.to.dtype, (prediction, torch.float32))
     flat = _append(graph, aten.reshape.default, (wide, [-1, value.shape[-1]]))
     return _append(graph, aten.cross_entropy_loss.default, (flat, _append(graph, aten.reshape.default, (labels, [-1]))))
@@ -87,24 +87,46 @@ def _own_loss(outputs: list[fx.Node | None], names: OutputNames) -> fx.Node | No
     return None
 
 
+def _scores_tokens(graph: fx.Graph, prediction: fx.Node) -> bool:
+    """Whether the output has one vector for each integer of an input: a language model's logits."""
+    shape = prediction.meta["val"].shape
+    ids = [v for n in graph.nodes if n.op == "placeholder" and (v := _tensor(n)) is not None and v.dtype == torch.int64]
+    return len(shape) > 1 and any(v.shape == shape[:-1] for v in ids)
+
+
+def _assumed(program: Program, prediction: fx.Node) -> LossKind:
+    """The loss when neither the model nor the user has one.
+
+    Not the mean: that of a softmax is constant, and its gradient nothing.
+    """
+    if _scores_tokens(program.graph.graph, prediction):
+        kind: LossKind = "cross_entropy"
+        why = "cross_entropy of the first output against labels, as a model of tokens is trained"
+    else:
+        kind, why = "mse", "mean square of the first output"
+    program.defaults["loss"] = f"{why} (the model returns no loss; name one with --loss)"
+    return kind
+
+
 def _add_loss(program: Program, floating: list[fx.Node]) -> fx.Node:
-    """Append the loss that the recipe names."""
+    """Append the loss that the recipe names; the recipe then says which it is."""
     graph, kind = program.graph.graph, program.recipe.loss
     if not floating:
         raise UsageError("the model returns no floating tensor, so there is nothing to differentiate")
+    if kind == "auto":
+        kind = _assumed(program, floating[0])
+        program.recipe = replace(program.recipe, loss=kind)
     if kind == "cross_entropy":
         if floating[0].meta["val"].dim() < 2:
             raise UsageError("--loss cross_entropy needs an output of at least two dims, classes last")
         return _cross_entropy(graph, floating[0])
     if kind == "mse":
         return _mse(graph, floating[0])
-    if kind == "auto":
-        program.defaults["loss"] = "mean of the first output (the model returns no loss; name one with --loss)"
     return _mean(graph, floating[0])
 
 
 def attach_loss(program: Program, names: OutputNames = OutputNames()) -> None:
-    """Leave exactly one output: the loss. What had to be assumed goes to ``program.defaults``.
+    """Leave exactly one output: the loss. The recipe then names it; what had to be assumed goes to ``program.defaults``.
 
     Raises:
         UsageError: the recipe names a loss that the outputs cannot have.
@@ -115,6 +137,7 @@ def attach_loss(program: Program, names: OutputNames = OutputNames()) -> None:
     own = _own_loss(found, names)
     if program.recipe.loss in ("auto", "output") and own is not None:
         loss = own
+        program.recipe = replace(program.recipe, loss="output")
     elif program.recipe.loss == "output":
         raise UsageError(
             "--loss output: the model returns no floating scalar named loss",

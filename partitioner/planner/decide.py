@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from partitioner.errors import PartitionerError
 from partitioner.planner.baselines.wrapping import Baseline
 from partitioner.planner.check import check, fits
 from partitioner.planner.problem import Decisions, PlanningProblem
 from partitioner.planner.simulate import Simulation
-from partitioner.planner.solve import MipAnswer, solve_leanest, solve_mip
-
-RETRIES = 4  # how often the limit is lowered when rounding in the solver let a plan run over by a few bytes
+from partitioner.planner.solve import Leanest, MipAnswer, find_leanest, solve_mip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +42,9 @@ class NothingFits:
 
     mip: MipAnswer
     compared: tuple[Compared, ...]
-    leanest: Decisions  # the plan with the smallest peak
+    leanest: Decisions  # the plan with the smallest peak, in the host budget
     simulation: Simulation
+    lower_bound_bytes: int  # no plan peaks lower
 
 
 def compare(baselines: Sequence[Baseline]) -> tuple[Compared, ...]:
@@ -56,29 +56,28 @@ def compare(baselines: Sequence[Baseline]) -> tuple[Compared, ...]:
     return tuple(rows)
 
 
-def _solve_within(problem: PlanningProblem, gap: float) -> tuple[MipAnswer, Simulation | None]:
-    """Solve; if the answer is over the limit by the solver's rounding, solve again with the limit that much lower.
+def _fastest(rows: Sequence[Compared]) -> Compared | None:
+    return min(rows, key=lambda row: row.simulation.step_ns, default=None)
 
-    The bound is always that of the true limit.
+
+def _lean_answer(problem: PlanningProblem, mip: MipAnswer, progress: Callable[[str], None]) -> MipAnswer | Leanest:
+    """When the search for speed ended without a plan: the leanest plan as the answer if it fits, else as a certificate.
+
+    Raises:
+        PartitionerError: neither a plan nor a proof that there is none.
     """
-    answer = solve_mip(problem, gap=gap)
-    bound = answer.lower_bound_ns
-    limit = problem
-    for _ in range(RETRIES):
-        if answer.decisions is None:
-            return answer, None
-        simulation = check(problem, answer.decisions)
-        if fits(problem, simulation):
-            return replace(answer, lower_bound_ns=bound), simulation
-        over = max(simulation.peak_bytes - problem.memory_limit_bytes, 0)
-        host = max(simulation.host_bytes - problem.host_limit_bytes, 0)
-        limit = replace(
-            limit,
-            memory_limit_bytes=limit.memory_limit_bytes - 2 * over,
-            host_limit_bytes=limit.host_limit_bytes - 2 * host,
+    progress("nothing fits so far: looking for the leanest plan")
+    lean = find_leanest(problem, progress=progress)
+    if fits(problem, lean.simulation):
+        bound = min(mip.lower_bound_ns, lean.simulation.step_ns)
+        return replace(mip, decisions=lean.decisions, simulation=lean.simulation, stage="leanest", lower_bound_ns=bound)
+    if not mip.proven_infeasible and lean.lower_bound_bytes <= problem.memory_limit_bytes:
+        raise PartitionerError(
+            f"no plan for {problem.memory_limit_bytes} bytes per GPU was found, nor a proof that there is none: the "
+            f"smallest peak lies between {lean.lower_bound_bytes} and {lean.simulation.peak_bytes} bytes",
+            hint=f"a budget of {lean.simulation.peak_bytes} bytes has a plan",
         )
-        answer = solve_mip(limit, gap=gap)
-    raise RuntimeError("the solver's answers stay over the memory limit")
+    return lean
 
 
 def decide(
@@ -91,30 +90,45 @@ def decide(
 
     Args:
         problem: tables with every candidate.
-        baselines: plans to beat; they may use units that are no candidates here.
+        baselines: plans to beat; they may use units that are no candidates here. With pins they are only compared.
         gap: relative gap at which the solver may stop.
         progress: told what is being done.
+
+    Raises:
+        UsageError: the pins leave no plan at all.
+        PartitionerError: the solver failed, or the budget is so near the smallest peak that it is undecided.
     """
     compared = compare(baselines)
-    progress("solving the ILP")
-    mip, simulation = _solve_within(problem, gap)
     fitting = [row for row in compared if row.fits and not problem.pins]
-    best = min(fitting, key=lambda row: row.simulation.step_ns, default=None)
-    if mip.decisions is None or simulation is None:
-        if best is None:
-            lean, peak = leanest(problem)
-            return NothingFits(mip=mip, compared=compared, leanest=lean, simulation=peak)
-        bound = best.simulation.step_ns
-    else:
-        bound = mip.lower_bound_ns
-    if simulation is None or (best is not None and best.simulation.step_ns < simulation.step_ns):
-        assert best is not None
-        chosen, name, tables = best.baseline.decisions, best.baseline.name, best.baseline.problem
-        shipped = best.simulation
+    best = _fastest(fitting)
+    beat_ns = best.simulation.step_ns if best is not None else None
+    mip = solve_mip(problem, gap=gap, beat_ns=beat_ns, progress=progress)
+    if mip.decisions is None and best is None:
+        lean = _lean_answer(problem, mip, progress)
+        if isinstance(lean, Leanest):
+            return NothingFits(
+                mip=mip,
+                compared=compared,
+                leanest=lean.decisions,
+                simulation=lean.simulation,
+                lower_bound_bytes=lean.lower_bound_bytes,
+            )
+        mip = lean
+    if best is not None and (mip.simulation is None or best.simulation.step_ns < mip.simulation.step_ns):
+        chosen, name, tables, shipped = (
+            best.baseline.decisions,
+            best.baseline.name,
+            best.baseline.problem,
+            best.simulation,
+        )
     else:
         assert mip.decisions is not None
-        chosen, name, tables, shipped = mip.decisions, "mip", problem, simulation
-    bound = min([bound, *(row.simulation.step_ns for row in fitting)])
+        assert mip.simulation is not None
+        chosen, name, tables, shipped = mip.decisions, "mip", problem, mip.simulation
+    bounds = [row.simulation.step_ns for row in fitting]
+    if not mip.proven_infeasible:
+        bounds.append(mip.lower_bound_ns)
+    bound = min(bounds)
     return Decision(
         answer=name,
         problem=tables,
@@ -128,6 +142,6 @@ def decide(
 
 
 def leanest(problem: PlanningProblem) -> tuple[Decisions, Simulation]:
-    """The plan with the smallest peak, for the certificate of infeasibility: the same rows, the limit as the objective."""
-    decisions = solve_leanest(problem)
-    return decisions, check(problem, decisions)
+    """The plan with the smallest peak in the host budget, and its simulation."""
+    lean = find_leanest(problem)
+    return lean.decisions, lean.simulation

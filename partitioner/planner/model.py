@@ -12,6 +12,7 @@ when compute of i starts.
 Boundaries (``add_boundaries``): units are a path through the windows.
     sum_{u: a_u = 0} X_u = 1,  sum_v y[v,u] = X_u (a_u > 0),  sum_v y[u,v] = X_u (b_u < W-1),   X_u = sum_m x[u,m]
     sum_m x[p,m] = 1;   r[s] <= sum of X_u over the candidates that list the module of s
+    sum of r[s] over the segments that touch a window <= 1
 Prefetch (``add_prefetch``), forward; the backward mirrors it with R alone in place of R + K:
     sum_t g1[t,u] + sum g2[.,.,u] = x[u,R] + x[u,K],   sum g2[.,.,u] = z[u],   g1[t,u] <= y[t,u],
     g2[t,u,v] <= y[t,u],  g2[t,u,v] <= y[u,v]
@@ -37,31 +38,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from partitioner.planner.pins import allowed_modes
 from partitioner.planner.problem import Candidate, Mode, PlanningProblem
-from partitioner.planner.rows import Expr, Rows, Variable
+from partitioner.planner.rows import Expr, Row, Rows, Variable
 
 MS = 1e-6  # ns -> ms
-
-
-def pinned_mode(problem: PlanningProblem, unit: Candidate) -> Mode | None:
-    """The mode that the user's pins leave to a candidate; None if free. The last matching pin wins."""
-    mode = None
-    for name, pin in problem.pins:
-        touches = name == unit.name or any(
-            m == name or m.startswith(name + ".") or name.startswith(m + ".") for m in unit.modules if m
-        )
-        if touches or name in unit.parameters:
-            mode = pin
-    return mode
-
-
-def allowed_modes(problem: PlanningProblem, unit: Candidate) -> tuple[Mode, ...]:
-    """The modes a candidate may take. Without parameters there is nothing to choose."""
-    if not unit.gather_bytes:
-        return (Mode.RESHARD,)
-    pin = pinned_mode(problem, unit)
-    modes = (Mode.RESHARD, Mode.KEEP, Mode.REPLICATE) if problem.num_gpus > 1 else (Mode.RESHARD, Mode.KEEP)
-    return tuple(m for m in modes if pin in (None, m)) or (Mode.RESHARD,)
 
 
 @dataclass
@@ -85,6 +66,8 @@ class Model:
     offload: dict[int, Variable] = field(default_factory=dict)
     forward: Prefetch = field(default_factory=Prefetch)
     backward: Prefetch = field(default_factory=Prefetch)
+    memory_budget: list[Row] = field(default_factory=list)  # every row of the GPU memory limit
+    host_budget: list[Row] = field(default_factory=list)
 
     def chain(self) -> Iterator[tuple[int, Candidate]]:
         return ((i, c) for i, c in enumerate(self.problem.candidates) if not c.pinned)
@@ -95,6 +78,13 @@ class Model:
     def modes(self, index: int, *modes: Mode) -> list[Variable]:
         """The mode variables of a candidate that exist; all of them if no mode is named."""
         return [self.mode[index, m] for m in (modes or tuple(Mode)) if (index, m) in self.mode]
+
+    def binaries(self) -> list[Variable]:
+        """x, z, o and r: the choices. Every other variable follows from them."""
+        return [
+            *self.mode.values(), *self.forward.switch.values(), *self.backward.switch.values(),
+            *self.offload.values(), *self.recompute.values(),
+        ]  # fmt: skip
 
     def chosen(self, index: int, coefficient: float = 1.0) -> Expr:
         return Expr().add_all(self.modes(index), coefficient)
@@ -126,6 +116,12 @@ def add_choices(model: Model) -> None:
             if segment.module in unit.modules:
                 holders.add_all(model.modes(i), -1.0)
         rows.at_most(holders, 0.0, f"segment_in_unit[{segment.module}]")
+    for window in range(problem.num_windows):
+        here = [
+            r for s, r in model.recompute.items() if problem.segments[s].first <= window <= problem.segments[s].last
+        ]
+        if len(here) > 1:
+            rows.at_most(Expr().add_all(here), 1.0, f"one_segment[{problem.windows[window].name}]")
 
 
 def add_boundaries(model: Model) -> None:
@@ -184,19 +180,3 @@ def add_prefetch(model: Model, prefetch: Prefetch, *, forward: bool) -> None:
         if two.terms:
             prefetch.switch[u] = rows.binary(f"z{side}[{unit.name}]")
             rows.equal(two.add(prefetch.switch[u], -1.0), 0.0, f"ahead{side}[{unit.name}]")
-
-
-def build(problem: PlanningProblem) -> Model:
-    """All variables and rows; the objective is set."""
-    from partitioner.planner.model_memory import memory_rows
-    from partitioner.planner.model_time import time_rows
-
-    model = Model(problem=problem, rows=Rows("gather plan"))
-    add_choices(model)
-    add_boundaries(model)
-    add_prefetch(model, model.forward, forward=True)
-    add_prefetch(model, model.backward, forward=False)
-    objective = time_rows(model)
-    memory_rows(model)
-    model.rows.minimize(objective)
-    return model

@@ -23,6 +23,10 @@ class _Memory:
         self.weights = [self.weight(i, r) for i, r in enumerate(self.problem.saved)]
         self.saved = self.running_saved()
 
+    def limit(self, row: Expr, name: str) -> None:
+        """A point of the step at which the GPU memory limit must hold."""
+        self.model.memory_budget.append(self.rows.at_most(row, LIMIT, f"memory[{name}]"))
+
     def define(self, name: str, value: Expr) -> Variable:
         """A variable equal to an expression of bytes (scaled)."""
         variable = self.rows.continuous(name)
@@ -178,7 +182,7 @@ def _forward_rows(memory: _Memory, bare: frozenset[int]) -> None:
     for w in range(memory.num_windows):
         row = Expr().add(memory.static).plus(memory.kept[w]).plus(memory.saved[w]).plus(own[w]).plus(prefetched[w])
         row.plus(memory.local(w, forward=True)).plus(_pinned(memory, w, forward=True, bare=bare))
-        memory.rows.at_most(row, LIMIT, f"memory[forward {memory.problem.windows[w].name}]")
+        memory.limit(row, f"forward {memory.problem.windows[w].name}")
 
 
 def _backward_rows(memory: _Memory, bare: frozenset[int]) -> None:
@@ -202,8 +206,8 @@ def _backward_rows(memory: _Memory, bare: frozenset[int]) -> None:
         shared.plus(memory.reduced[w]).plus(_pinned(memory, w, forward=False, bare=bare))
         name = memory.problem.windows[w].name
         row = Expr().plus(shared).plus(own[w]).plus(memory.local(w, forward=False))
-        memory.rows.at_most(row, LIMIT, f"memory[backward {name}]")
-        memory.rows.at_most(shared.plus(boundary[w]), LIMIT, f"memory[reduction {name}]")
+        memory.limit(row, f"backward {name}")
+        memory.limit(shared.plus(boundary[w]), f"reduction {name}")
 
 
 def _optimizer_rows(memory: _Memory) -> None:
@@ -218,9 +222,9 @@ def _optimizer_rows(memory: _Memory) -> None:
                 Expr().add(offload, size * memory.scale).add(moved, -1.0), 0.0, f"moved[{units[i].name}]"
             )
             host.add(offload, size / memory.problem.host_limit_bytes)
-        memory.rows.at_most(host, 1.0, "host memory")
+        model.host_budget.append(memory.rows.at_most(host, 1.0, "host memory"))
         row.add(moved)
-    memory.rows.at_most(row, LIMIT, "memory[optimizer step]")
+    memory.limit(row, "optimizer step")
 
 
 def memory_rows(model: Model) -> None:

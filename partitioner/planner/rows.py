@@ -9,6 +9,7 @@ from typing import TypeAlias
 from ortools.math_opt.python import mathopt
 
 Variable: TypeAlias = mathopt.Variable
+Row: TypeAlias = mathopt.LinearConstraint
 
 
 @dataclass
@@ -54,24 +55,25 @@ class Rows:
         variable: Variable = self.model.add_binary_variable(name=self._unique(name))
         return variable
 
-    def continuous(self, name: str, *, upper: float = float("inf")) -> Variable:
+    def continuous(self, name: str, *, lower: float = 0.0, upper: float = float("inf")) -> Variable:
         self.num_variables += 1
-        variable: Variable = self.model.add_variable(lb=0.0, ub=upper, name=self._unique(name))
+        variable: Variable = self.model.add_variable(lb=lower, ub=upper, name=self._unique(name))
         return variable
 
-    def _row(self, expr: Expr, lower: float, upper: float, name: str) -> None:
-        row = self.model.add_linear_constraint(lb=lower, ub=upper, name=self._unique(name))
+    def _row(self, expr: Expr, lower: float, upper: float, name: str) -> Row:
+        row: Row = self.model.add_linear_constraint(lb=lower, ub=upper, name=self._unique(name))
         for variable, coefficient in expr.terms.items():
             row.set_coefficient(variable, coefficient)
         self.num_constraints += 1
+        return row
 
-    def at_most(self, expr: Expr, bound: float, name: str) -> None:
+    def at_most(self, expr: Expr, bound: float, name: str) -> Row:
         """expr <= bound."""
-        self._row(expr, -float("inf"), bound - expr.constant, name)
+        return self._row(expr, -float("inf"), bound - expr.constant, name)
 
-    def equal(self, expr: Expr, value: float, name: str) -> None:
+    def equal(self, expr: Expr, value: float, name: str) -> Row:
         """expr == value."""
-        self._row(expr, value - expr.constant, value - expr.constant, name)
+        return self._row(expr, value - expr.constant, value - expr.constant, name)
 
     def minimize(self, expr: Expr) -> None:
         self.model.minimize(mathopt.LinearSum([c * v for v, c in expr.terms.items()]) + expr.constant)

@@ -185,10 +185,14 @@ def test_an_output_called_loss_is_the_loss() -> None:
     assert "loss" not in program.defaults
 
 
-def test_without_a_loss_the_mean_is_taken_and_said() -> None:
+def test_without_a_loss_one_with_a_gradient_is_taken_and_said() -> None:
+    """The mean of a softmax is constant: it would prove nothing about gradients."""
     program = captured(nn.Linear(4, 4), X)
-    assert output(program).startswith("mean")
-    assert program.defaults["loss"].startswith("mean of the first output")
+    assert (output(program), program.recipe.loss) == ("mean_default", "mse")
+    assert program.defaults["loss"].startswith("mean square of the first output")
+    tokens = captured(TiedLm(), IDS)
+    assert tokens.recipe.loss == "cross_entropy"
+    assert tokens.defaults["loss"].startswith("cross_entropy of the first output against labels")
     assert "loss" not in captured(nn.Linear(4, 4), X, loss="mean").defaults
 
 

@@ -8,11 +8,14 @@ import pytest
 from instances import brute_force, random_problem, sample
 from ortools.math_opt.python import mathopt
 
+from partitioner.planner.build import build
 from partitioner.planner.check import check, fits
-from partitioner.planner.model import MS, build
+from partitioner.planner.model import MS
 from partitioner.planner.problem import Decisions, PlanningProblem
+from partitioner.planner.reading import fixing
+from partitioner.planner.search import MIP_SOLVER
 from partitioner.planner.simulate import simulate
-from partitioner.planner.solve import SOLVER, fixing, solve_mip
+from partitioner.planner.solve import solve_mip
 
 
 def mip_value_of(problem: PlanningProblem, decisions: Decisions) -> float | None:
@@ -20,7 +23,7 @@ def mip_value_of(problem: PlanningProblem, decisions: Decisions) -> float | None
     model = build(problem)
     for variable, value in fixing(model, decisions).items():
         variable.lower_bound = variable.upper_bound = value
-    result = mathopt.solve(model.rows.model, SOLVER)
+    result = mathopt.solve(model.rows.model, MIP_SOLVER)
     return result.objective_value() / MS if result.has_primal_feasible_solution() else None
 
 
