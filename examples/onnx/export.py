@@ -7,10 +7,12 @@ Needs ``pip install transformers onnxscript``. Nothing is downloaded; the weight
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import onnx_ir as ir
 import torch
+from onnxscript import optimizer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,38 +41,46 @@ class Logits(torch.nn.Module):
         return logits
 
 
-def export(model: torch.nn.Module, input_ids: torch.Tensor) -> ir.Model:
-    """Export with symbolic batch and seq; stack traces and other bulky metadata are dropped."""
+def export(model: torch.nn.Module, input_ids: torch.Tensor, *, fold: bool = True) -> ir.Model:
+    """Export with symbolic batch and seq."""
     dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("seq")}
     exported = torch.export.export(model.eval(), (input_ids,), dynamic_shapes=({**dims},), strict=False)
     program = torch.onnx.export(
-        exported, dynamo=True, input_names=["input_ids"], output_names=["logits"], verbose=False
+        exported, dynamo=True, input_names=["input_ids"], output_names=["logits"], verbose=False, optimize=fold
     )
     assert program is not None
-    graph = program.model.graph
-    for value in (*graph.inputs, *graph.outputs):
+    for value in (*program.model.graph.inputs, *program.model.graph.outputs):
         value.shape = ir.Shape(["batch", "seq", *value.shape[2:]])  # the exporter has numbered the symbols
+    return program.model
+
+
+def slim(model: ir.Model) -> ir.Model:
+    """Drop stack traces and whatever else repeats what the graph says."""
+    graph = model.graph
     for node in graph:
         for key in list(node.metadata_props):
             if not key.endswith(("name_scopes", "class_hierarchy")):
                 del node.metadata_props[key]
-    for value in (v for node in graph for v in node.outputs):
+        for value in node.outputs:
+            value.metadata_props.clear()
+            value.type = value.shape = None
+    for value in (*graph.inputs, *graph.outputs, *graph.initializers.values()):
         value.metadata_props.clear()
     graph.metadata_props.clear()
-    return program.model
+    return model
 
 
 def write_tiny() -> None:
     torch.manual_seed(0)
     model = Logits(LlamaForCausalLM(TINY))
-    ir.save(export(model, torch.zeros(2, 16, dtype=torch.int64)), FOLDER / "tiny_llama.onnx")
+    ir.save(slim(export(model, torch.zeros(2, 16, dtype=torch.int64))), FOLDER / "tiny_llama.onnx")
 
 
 def write_8b_shape() -> None:
     """Weights refer to a file that is not there; small tensors, such as rotary frequencies, are inside."""
     with FakeTensorMode():
         model = Logits(LlamaForCausalLM._from_config(LLAMA_8B, dtype=torch.bfloat16))
-        exported = export(model, torch.zeros(2, 16, dtype=torch.int64))
+        exported = export(model, torch.zeros(2, 16, dtype=torch.int64), fold=False)  # there is no data to fold
     offset = 0
     for name, value in exported.graph.initializers.items():
         tensor = value.const_value
@@ -84,7 +94,9 @@ def write_8b_shape() -> None:
                 "llama_8b_shape.weights", offset, tensor.nbytes, tensor.dtype, name=name, shape=tensor.shape
             )
             offset += tensor.nbytes
-    ir.save(exported, FOLDER / "llama_8b_shape.onnx")
+    logging.getLogger("onnxscript").setLevel(logging.ERROR)  # it warns of every weight whose data is absent
+    optimizer.optimize(exported)
+    ir.save(slim(exported), FOLDER / "llama_8b_shape.onnx")
 
 
 if __name__ == "__main__":
