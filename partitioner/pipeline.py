@@ -24,11 +24,10 @@ from partitioner.planner.baselines.wrapping import baselines
 from partitioner.planner.decide import Decision, decide
 from partitioner.planner.formulate import backward_reads, formulate, make_candidate
 from partitioner.planner.problem import Mode, PlanningProblem
-from partitioner.planner.simulate import simulate
-from partitioner.planner.solve import solve_leanest
+from partitioner.planner.solve import find_leanest
 from partitioner.planner.step import StepTable
 from partitioner.program import Program, Recipe
-from partitioner.units import format_bytes
+from partitioner.units import GIB, KIB, MIB, format_bytes
 from passes.annotate_costs import AnnotateCosts
 from passes.attach_plan import AttachPlan
 from passes.canonicalize import Canonicalize
@@ -153,21 +152,19 @@ def _remedies(step: StepTable, cluster: Cluster, request: Request, certificate: 
     lines = []
     if certificate.budget == "gpu memory":
         lines.append(
-            f"--memory {_whole_gib(certificate.needed_bytes)}: the leanest plan needs {format_bytes(certificate.needed_bytes)} on every GPU"
+            f"--memory {_size(certificate.needed_bytes)}: the leanest plan needs {format_bytes(certificate.needed_bytes)} on every GPU"
         )
     else:
         per_node = certificate.needed_bytes * min(cluster.gpus_per_node, cluster.num_gpus)
-        lines.append(
-            f"--host-memory {_whole_gib(per_node)}: the leanest plan keeps {format_bytes(per_node)} on every node"
-        )
+        lines.append(f"--host-memory {_size(per_node)}: the leanest plan keeps {format_bytes(per_node)} on every node")
     for factor in MORE_GPUS:
         larger = replace(cluster, num_gpus=cluster.num_gpus * factor)
         if larger.num_gpus > cluster.gpus_per_node and cluster.num_gpus < cluster.gpus_per_node:
             larger = replace(larger, gpus_per_node=min(larger.num_gpus, 8))
         problem = formulate(step, larger, optimizer_name=request.recipe.optimizer)
-        simulation = simulate(problem, solve_leanest(problem))
-        if simulation.peak_bytes <= problem.memory_limit_bytes:
-            lines.append(f"--gpus {larger.num_gpus}: a plan then peaks at {format_bytes(simulation.peak_bytes)}")
+        lean = find_leanest(problem).simulation
+        if lean.peak_bytes <= problem.memory_limit_bytes:
+            lines.append(f"--gpus {larger.num_gpus}: a plan then peaks at {format_bytes(lean.peak_bytes)}")
             break
     else:
         lines.append(f"more GPUs alone do not help: {cluster.num_gpus * MORE_GPUS[-1]} were tried")
@@ -178,8 +175,12 @@ def _remedies(step: StepTable, cluster: Cluster, request: Request, certificate: 
     return tuple(lines)
 
 
-def _whole_gib(nbytes: int) -> str:
-    return f"{-(-nbytes // 2**30)}GiB"
+def _size(nbytes: int) -> str:
+    """Rounded up to a whole number of a unit that loses little, as a flag takes it."""
+    for unit, size in (("GiB", GIB), ("MiB", MIB)):
+        if nbytes >= 10 * size:
+            return f"{-(-nbytes // size)}{unit}"
+    return f"{-(-nbytes // KIB)}KiB"
 
 
 def plan_model(

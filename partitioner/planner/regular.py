@@ -1,7 +1,7 @@
 """Regular plans: the same decision for every block, and the best of them.
 
-People can read a plan that treats equal blocks equally. Many plans of one model take the same time, so the most regular
-of the best is worth finding; and a good one to start from shortens the proof. No claim of optimality is made here.
+People can read a plan that treats equal blocks equally. Many plans of one model take the same time, so a regular one among
+them is worth finding. No claim of optimality is made here.
 """
 
 from __future__ import annotations
@@ -144,8 +144,13 @@ def _fitting(problem: PlanningProblem, decisions: Decisions) -> Regular | None:
     return found
 
 
-def best_regular(problem: PlanningProblem) -> Regular | None:
-    """The fastest regular plan that fits; of equals the simplest; None if none fits or the pins forbid all."""
+def best_regular(problem: PlanningProblem, *, allowed_ns: float) -> Regular | None:
+    """The fastest regular plan that fits; of equals the simplest; None if none fits, all take longer or the pins forbid all.
+
+    Args:
+        problem: the tables.
+        allowed_ns: the longest step that is still of use.
+    """
     offloads = (False, True) if problem.host_limit_bytes else (False,)
     best: Regular | None = None
     for offload, tiling in itertools.product(offloads, regular_tilings(problem)):
@@ -153,9 +158,11 @@ def best_regular(problem: PlanningProblem) -> Regular | None:
         timed = sorted((step_ns(problem, d), n) for n, d in enumerate(plans))
         leanest = [row for row in timed[FASTEST:] if row[1] == 0]  # nothing kept, replicated or prefetched far ahead
         for time_ns, n in timed[:FASTEST] + leanest:
-            if best is not None and time_ns >= best.simulation.step_ns:
+            if time_ns > allowed_ns or (best is not None and time_ns >= best.simulation.step_ns):
                 continue
             found = _fitting(problem, plans[n])
-            if found is not None and (best is None or found.simulation.step_ns < best.simulation.step_ns):
+            if found is None or found.simulation.step_ns > allowed_ns:
+                continue
+            if best is None or found.simulation.step_ns < best.simulation.step_ns:
                 best = found
     return best

@@ -138,8 +138,3 @@ def find_leanest(problem: PlanningProblem, *, progress: Callable[[str], None] = 
         simulation=search.simulation,
         lower_bound_bytes=max(0, min(int(bound), search.simulation.peak_bytes)),
     )
-
-
-def solve_leanest(problem: PlanningProblem) -> Decisions:
-    """The decisions of ``find_leanest``."""
-    return find_leanest(problem).decisions

@@ -29,10 +29,15 @@ PARTS = {
 """Categories of the memory curve, as people call them."""
 
 
+NAME_WIDTH = 18
+"""Columns that a name gets at least, however narrow the terminal: what a row is about matters most."""
+
+
 def _table(*columns: str, title: str) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=i > 0, overflow="fold")
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", padding=0, pad_edge=False)
+    table.add_column(columns[0], overflow="fold", min_width=NAME_WIDTH)
+    for column in columns[1:]:
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
@@ -48,7 +53,8 @@ def headline(plan: Plan) -> RenderableType:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
-    shipped = "" if plan.solver.answer == "mip" else f" (the plan of the baseline {plan.solver.answer})"
+    own = plan.solver.answer in ("mip", "regular")
+    shipped = "" if own else f" (the plan of the baseline {plan.solver.answer})"
     proof = "optimal" if plan.status == "optimal" else f"within {_percent(plan.gap)} of optimal"
     table.add_row(
         "step",
@@ -86,32 +92,33 @@ def _fate(unit: PlanUnit) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _placement(unit: PlanUnit) -> str:
+def _after_forward(unit: PlanUnit) -> str:
     if unit.placement == "replicate":
         return "replicate"
-    return "shard, reshard" if unit.reshard_after_forward else "shard, keep"
+    return "reshard" if unit.reshard_after_forward else "keep"
 
 
 def _recomputed(unit: PlanUnit, again: frozenset[str]) -> str:
     count = sum(m in again for m in unit.modules)
     if not count:
-        return "keep"
-    return "recompute" if count == len(unit.modules) else f"recompute {count} of {len(unit.modules)}"
+        return "no"
+    return "yes" if count == len(unit.modules) else f"{count} of {len(unit.modules)}"
 
 
 def units_table(plan: Plan) -> RenderableType:
     """One row for units of one fate. Columns that would say the same in every row are a sentence below the table."""
     again = frozenset(a.module for a in plan.activations if a.policy == "recompute")
     offloads = any(unit.offload == "optimizer_state" for unit in plan.units)
-    optional = [*(["activations"] if again else []), *(["optimizer"] if offloads else [])]
-    table = _table("unit", "count", "gathers", "placement", "prefetch f / b", *optional, title="Units")
+    optional = [*(["recompute"] if again else []), *(["optimizer"] if offloads else [])]
+    columns = ("unit", "count", "gathers", "after forward", "prefetch")
+    table = _table(*columns, *optional, title="Units (prefetch: units ahead in forward / backward)")
     for name, units in fold(plan.units, lambda u: u.name, lambda u: (*_fate(u), _recomputed(u, again))):
         unit = units[0]
         table.add_row(
             escape(name),
             str(len(units)),
             format_bytes(unit.gather_bytes) if unit.gather_bytes else "-",
-            _placement(unit),
+            _after_forward(unit),
             f"{unit.prefetch_forward} / {unit.prefetch_backward}" if unit.placement == "shard" else "-",
             *([_recomputed(unit, again)] if again else []),
             *(["host" if unit.offload == "optimizer_state" else "GPU"] if offloads else []),
