@@ -124,7 +124,9 @@ def cli() -> None:
     help="Sequences or samples per GPU and micro-batch.",
 )
 @click.option(
-    "--seq", type=click.IntRange(min=1), help="Tokens per sequence.  [default: the factory's own; 4096 for ONNX]"
+    "--seq",
+    type=click.IntRange(min=1),
+    help="Tokens per sequence.  [default: the factory's own; 4096 for ONNX, or all its positions]",
 )
 @click.option("--dim", "dims", multiple=True, metavar="NAME=VALUE", help="Size of a symbolic dimension of the model.")
 @click.option(

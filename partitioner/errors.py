@@ -42,6 +42,20 @@ class CaptureError(PartitionerError):
     exit_code = EXIT_WRONG_USE
 
 
+class TableError(CaptureError):
+    """A constant index lies beyond the end of a table of parameters: the sequence is longer than its positions.
+
+    Args:
+        what: as ever.
+        rows: how many the table has.
+        hint: as ever.
+    """
+
+    def __init__(self, what: str, *, rows: int, hint: str = "") -> None:
+        super().__init__(what, hint=hint)
+        self.rows = rows
+
+
 class UnsupportedError(PartitionerError):
     """The model is readable, but a part of it has no meaning here yet; the message names the part."""
 

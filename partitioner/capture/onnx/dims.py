@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from onnx import ValueInfoProto
+from onnx import TensorProto, ValueInfoProto
 
 from partitioner.errors import UnsupportedError, UsageError
 from partitioner.program import Recipe
 
-DEFAULT_SEQ = 512
-"""Tokens in a sequence when neither the file nor the user says; within the position tables of common models."""
+DEFAULT_SEQ = 4096
+"""Tokens in a sequence when neither the file nor the user says: what large models are trained with."""
 
 _BATCH = re.compile(r"(^|[^a-z])(n|b|bs|bsz|batch|batch_?size)([^a-z]|$)|batch", re.IGNORECASE)
 _SEQ = re.compile(r"(^|[^a-z])(s|t|seq|len|tokens?)([^a-z]|$)|seq|length", re.IGNORECASE)
@@ -26,7 +26,10 @@ class Dims:
     where: str
     bound: dict[str, int] = field(default_factory=dict)
     defaults: dict[str, str] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
+    longest: int | None = None
+    """Positions that the model has, when its table has shown to be shorter than DEFAULT_SEQ."""
+    assumed_seq: bool = False
+    """Whether a size came from DEFAULT_SEQ."""
 
     def shape(self, value: ValueInfoProto) -> tuple[int, ...]:
         """The shape of an input, in numbers.
@@ -48,18 +51,22 @@ class Dims:
                 f"{self.where}: input {value.name!r} has no shape in the file",
                 hint="export it with a shape; symbolic dims are fine",
             )
+        dims = value.type.tensor_type.shape.dim
+        tokens = len(dims) == 2 and value.type.tensor_type.elem_type in (TensorProto.INT64, TensorProto.INT32)
         return tuple(
-            dim.dim_value if dim.WhichOneof("value") == "dim_value" else self._bind(dim.dim_param, value.name, axis)
-            for axis, dim in enumerate(value.type.tensor_type.shape.dim)
+            dim.dim_value
+            if dim.WhichOneof("value") == "dim_value"
+            else self._bind(dim.dim_param, value.name, axis, tokens=tokens)
+            for axis, dim in enumerate(dims)
         )
 
-    def _bind(self, symbol: str, name: str, axis: int) -> int:
+    def _bind(self, symbol: str, name: str, axis: int, *, tokens: bool) -> int:
         symbol = symbol or f"{name}.{axis}"
         if symbol not in self.bound:
-            self.bound[symbol] = self._choose(symbol, name, axis)
+            self.bound[symbol] = self._choose(symbol, name, axis, tokens=tokens)
         return self.bound[symbol]
 
-    def _choose(self, symbol: str, name: str, axis: int) -> int:
+    def _choose(self, symbol: str, name: str, axis: int, *, tokens: bool) -> int:
         recipe = self.recipe
         if symbol in recipe.dims:
             return recipe.dims[symbol]
@@ -69,15 +76,17 @@ class Dims:
                 f"{self.where}: dim {symbol!r} of input {name!r} counts cached tokens, which training does not have",
                 hint=f"export without a cache, or say --dim {symbol}=VALUE",
             )
-        if _BATCH.search(symbol) or (symbol == f"{name}.{axis}" and axis == 0):
+        if _BATCH.search(symbol) or (axis == 0 and not _SEQ.search(symbol)):
             self.defaults[key] = f"{recipe.batch} (the batch of the recipe; dim {axis} of input {name})"
             return recipe.batch
-        if _SEQ.search(symbol):
+        if _SEQ.search(symbol) or (axis == 1 and tokens):
             if recipe.seq is not None:
                 self.defaults[key] = f"{recipe.seq} (the sequence length of the recipe; dim {axis} of input {name})"
                 return recipe.seq
-            self.defaults[key] = f"{DEFAULT_SEQ} (nobody said; dim {axis} of input {name}; set it with --seq or --dim)"
-            return DEFAULT_SEQ
+            self.assumed_seq = True
+            why = "not given" if self.longest is None else "not given; the model has no more positions"
+            self.defaults[key] = f"{self.longest or DEFAULT_SEQ} ({why}; dim {axis} of input {name})"
+            return self.longest or DEFAULT_SEQ
         raise UsageError(
             f"{self.where}: dim {symbol!r} (dim {axis} of input {name!r}) has no size",
             hint=f"say --dim {symbol}=VALUE",

@@ -18,7 +18,7 @@ from partitioner.capture.onnx.reader import Model, read_model
 from partitioner.capture.onnx.recompose import recompose
 from partitioner.capture.onnx.settle import settle
 from partitioner.capture.onnx.tensors import torch_dtype
-from partitioner.errors import CaptureError
+from partitioner.errors import CaptureError, TableError
 from partitioner.program import Program, Recipe, Source, dtype_of
 
 
@@ -62,6 +62,20 @@ def _lower(model: Model, recipe: Recipe, dims: Dims) -> Lowering:
     return lowering
 
 
+def _read(path: Path, recipe: Recipe) -> tuple[Model, Dims, Lowering]:
+    """The walk over the file. A sequence that nobody asked for is cut to the positions that the model has."""
+    model = read_model(path)
+    dims = Dims(recipe, str(path))
+    try:
+        return model, dims, _lower(model, recipe, dims)
+    except TableError as error:
+        if not dims.assumed_seq:
+            raise
+        model = read_model(path)
+        dims = Dims(recipe, str(path), longest=error.rows)
+        return model, dims, _lower(model, recipe, dims)
+
+
 def _tell(program: Program, model: Model, lowering: Lowering, dims: Dims) -> None:
     """Assumptions and doubts, in words."""
     program.defaults.update(dims.defaults)
@@ -99,9 +113,7 @@ def import_onnx(path: Path, recipe: Recipe) -> Program:
         CaptureError: the file is not a model, damaged, hostile, or contradicts the sizes given.
         UnsupportedError: an operator, dtype or control flow that has no meaning in a training graph here.
     """
-    model = read_model(path)
-    dims = Dims(recipe, str(path))
-    lowering = _lower(model, recipe, dims)
+    model, dims, lowering = _read(path, recipe)
     graph = fx.GraphModule(lowering.build.attributes, lowering.build.graph)
     program = Program(
         graph=graph,

@@ -114,7 +114,8 @@ class Lowering:
             assert handler is not None
             result = handler(op)
         except PartitionerError as error:
-            raise type(error)(f"{self.model.path}: {label(node)}: {error.what}", hint=error.hint) from error
+            error.what = f"{self.model.path}: {label(node)}: {error.what}"
+            raise
         except (RuntimeError, TypeError, ValueError, IndexError, AssertionError, KeyError, OverflowError) as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise CaptureError(

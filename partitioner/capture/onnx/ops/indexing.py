@@ -9,7 +9,7 @@ from torch import fx
 
 from partitioner.capture.onnx.builder import Builder, Value, aten, dtype_of_value, fake, shape_of
 from partitioner.capture.onnx.ops.table import Op, Result, onnx_op, rank
-from partitioner.errors import UnsupportedError
+from partitioner.errors import TableError, UnsupportedError
 
 
 @onnx_op("Gather")
@@ -26,6 +26,7 @@ def gather(op: Op) -> Result:
         and axis == 0
         and fake(data).is_floating_point()
     ):
+        _refuse_beyond(indices, shape_of(data)[0])
         result = op.build.call(aten.embedding.default, data, indices)
         return result
     if isinstance(indices, torch.Tensor) and indices.dim() == 1 and (indices.numel() == 0 or int(indices.min()) >= 0):
@@ -33,6 +34,14 @@ def gather(op: Op) -> Result:
         return result
     result = op.build.call(aten.index.Tensor, data, [*([None] * axis), indices])
     return result
+
+
+def _refuse_beyond(indices: Value, rows: int) -> None:
+    if isinstance(indices, torch.Tensor) and indices.numel() and int(indices.max()) >= rows:
+        longest = int(indices.max()) + 1
+        raise TableError(
+            f"row {longest - 1} is read from a table of {rows} rows", rows=rows, hint=f"say --seq {rows} or less"
+        )
 
 
 def _wrapped(build: Builder, indices: Value, size: int) -> Value:
